@@ -10,7 +10,7 @@ model and data of your own change `get_model` and `get_dataset`, or give yours t
 """
 
 import argparse
-import csv
+import contextlib
 import gc
 import inspect
 import math
@@ -90,7 +90,7 @@ def get_dataset(data: str | None = None) -> tuple[Dataset, ...]:
         return read_npz(data)
     try:
         return tuple(ArrayDataset(*split, "MNIST") for split in keras.datasets.mnist.load_data())
-    except Exception as error:  # Keras raises a bare Exception where the download fails
+    except Exception as error:  # noqa: BLE001 - Keras raises a bare Exception where the download fails
         problem = f"MNIST is neither in Keras' cache nor can it be downloaded ({error})"
     if data or dist.is_torchelastic_launched():  # several machines must not disagree
         refuse(f"{problem}: give --data synthetic or an .npz")
@@ -109,11 +109,6 @@ class ArrayDataset(TensorDataset):
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
         """Reads a batch at once for `DataLoader`: 3 times as fast as sample by sample."""
         return self[torch.as_tensor(indices)]
-
-
-def name_of(dataset: Dataset) -> str:
-    """What printed lines call a dataset."""
-    return getattr(dataset, "source", type(dataset).__name__)
 
 
 def synthetic_digits(samples: int, seed: int) -> ArrayDataset:
@@ -135,21 +130,15 @@ def read_npz(path: str) -> tuple[ArrayDataset, ...]:
     try:
         with np.load(path, allow_pickle=False) as file:
             splits = [(file[x], file[y]) for x, y in names]
-    except Exception as error:  # whatever zip, zlib, numpy or the file system raises
+    except Exception as error:  # noqa: BLE001 - whatever zip, zlib, numpy or the file system raises
         refuse(f"--data {path} is no .npz with x_train, y_train, x_test and y_test: {error}")
     for (x, y), (images, labels) in zip(names, splits):
-        bad = labels[~np.isin(labels, range(10))].ravel()[:1]
-        fits = images.dtype == "uint8" and images.shape == (*labels.shape[:1], 28, 28)
-        if (
-            not fits
-            or labels.dtype.kind not in "iu"
-            or labels.ndim != 1
-            or bad.size
-            or not labels.size
-        ):
+        good = images.dtype == "uint8" and images.shape == (*labels.shape, 28, 28) and labels.size
+        bad = labels[~np.isin(labels, range(10))][:1]
+        if not good or bad.size or labels.dtype.kind not in "iu":
             refuse(
                 f"--data {path}: {x} must be uint8 (N, 28, 28), it is {images.dtype} {images.shape}, "
-                f"and {y} N whole numbers from 0 to 9, it is {labels.dtype} {labels.shape} {bad}"
+                f"and {y} N whole numbers, 0 to 9, it is {labels.dtype} {labels.shape} {bad}"
             )
     return tuple(ArrayDataset(*split, str(Path(path).resolve())) for split in splits)
 
@@ -164,18 +153,17 @@ def train_model(
     test_dataloader: DataLoader | None = None,
     precision: str = "float32",
     history: Sequence[list] = (),
-    save: Callable[[list], None] = lambda history: None,
+    report: Callable[[list], None] = print,
 ) -> None:
     """Trains the replica of this process in step with the others.
 
     Goes on after the epochs in `history`, a row of `COLUMNS` each: means over the samples of all
-    replicas, and the wall time of training alone. Rank 0 gives it to `save` after each epoch.
+    replicas, and the wall time of training alone. Rank 0 gives it to `report` after each epoch.
     """
     keras_model, device = model.module, next(model.parameters()).device
     constrained = [v for v in keras_model.trainable_variables if v.constraint is not None]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
-    first = dist.get_rank() == 0
-    history = list(history)
+    history, first = list(history), dist.get_rank() == 0
     for epoch in range(len(history), num_epochs):
         seed_noise(keras_model, dataloader.sampler.seed, epoch)
         dataloader.sampler.set_epoch(epoch)  # another order each time
@@ -188,7 +176,7 @@ def train_model(
             # out, whatever model.train() says.
             with autocast:
                 outputs = model(inputs, training=True)
-            loss, sums = measure(keras_model, outputs, targets, loss_fn)
+            loss = loss_fn(outputs.float(), targets) + sum(keras_model.losses)
 
             # Backward and optimize
             optimizer.zero_grad()
@@ -197,9 +185,10 @@ def train_model(
             for variable in constrained:
                 variable.assign(variable.constraint(variable.value))
 
-            totals += sums  # on the device: with an .item() each step would wait for the last
+            totals += weighted_means(loss, outputs, targets)
             progress.update(step)
-        loss, accuracy, samples = mean_over_replicas(totals)
+        dist.all_reduce(totals)
+        (loss, accuracy), samples = (totals[:2] / totals[2]).tolist(), int(totals[2])
         seconds = time.perf_counter() - start
         if not math.isfinite(loss):
             raise SystemExit(f"the loss of epoch {epoch + 1} is {loss}: stopped")
@@ -207,13 +196,7 @@ def train_model(
         means = [loss, accuracy, *evaluate(keras_model, test_dataloader, loss_fn)]
         history.append([epoch + 1, *means, seconds, samples / seconds])
         if first:
-            save(history)
-            text = ", ".join(f"{name} {mean:.4f}" for name, mean in zip(COLUMNS[1:], means))
-            text += f", {seconds:.1f} s, {samples / seconds:,.0f} samples/s"
-            print(
-                f"epoch {epoch + 1}/{num_epochs} on {name_of(dataloader.dataset)}: {text}",
-                flush=True,
-            )
+            report(history)
 
 
 @torch.no_grad()
@@ -226,14 +209,11 @@ def evaluate(model: keras.Model, dataloader: Any, loss_fn: Callable) -> list[flo
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in dataloader or ():
         inputs, targets = to_device(batch, device)
-        totals += measure(model, model(inputs, training=False), targets, loss_fn)[1]
-    return mean_over_replicas(totals)[:2]
-
-
-def mean_over_replicas(totals: torch.Tensor) -> list[float]:
-    """Adds up the replicas' sums of loss, hits and samples; returns two means and the samples."""
+        outputs = model(inputs, training=False)
+        loss = loss_fn(outputs, targets) + sum(model.losses)
+        totals += weighted_means(loss, outputs, targets)
     dist.all_reduce(totals)
-    return [*(totals[:2] / totals[2]).tolist(), totals[2].item()]
+    return (totals[:2] / totals[2]).tolist()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -241,12 +221,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return keras.tree.map_structure(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
-def measure(model: keras.Model, outputs: Any, targets: Any, loss_fn: Callable) -> tuple:
-    """Returns the loss, float32, and the batch's sums of loss, hits and samples, float64 (3,)."""
-    loss = loss_fn(outputs.float(), targets) + sum(model.losses)  # regularizers and add_loss
+def weighted_means(loss: torch.Tensor, outputs: Any, targets: Any) -> torch.Tensor:
+    """Returns a batch's loss, accuracy and 1, times its samples: float64 (3,), on the device.
+
+    There they are added up: with an `.item()` each step would wait for the one before.
+    """
     accuracy = (outputs.argmax(-1) == targets).double().mean()
-    means = torch.stack([loss.detach().double(), accuracy, torch.ones_like(accuracy)])
-    return loss, means * len(targets)
+    return torch.stack([loss.detach().double(), accuracy, accuracy**0]) * len(targets)
 
 
 @torch.no_grad()
@@ -337,33 +318,32 @@ class GlobalBatchNorm(torch.autograd.Function):
 def swap_batch_norm(model: keras.Model, inputs: Any, synchronized: bool) -> tuple:
     """Clones a model with `ReplicaBatchNormalization`; the two share every other layer.
 
-    Returns the clone and its pairs of (new, old) layers, or the model itself and no pairs where it
-    can't be cloned, as a subclassed one. Then raises SystemExit if it is to be `synchronized`.
+    Returns the clone and its new layers by their old ones, or the model itself and none where it
+    can't be cloned, as a subclassed one; raises SystemExit if that was to be `synchronized`.
     """
-    pairs = []
+    swapped = {}
 
     def clone_layer(layer: keras.Layer) -> keras.Layer:
-        if type(layer) is not keras.layers.BatchNormalization or layer.renorm:
-            return layer
-        pairs.append((ReplicaBatchNormalization.from_config(layer.get_config()), layer))
-        pairs[-1][0].synchronized = synchronized
-        return pairs[-1][0]
+        if type(layer) is keras.layers.BatchNormalization and not layer.renorm:
+            swapped[layer] = ReplicaBatchNormalization.from_config(layer.get_config())
+            swapped[layer].synchronized = synchronized
+        return swapped.get(layer, layer)
 
     try:
         clone = keras.models.clone_model(model, clone_function=clone_layer, recursive=True)
-        for new, old in pairs:
+        for old, new in swapped.items():
             new.set_weights(old.get_weights())
         # The clone of a model with a `call` of its own does without that, so compare.
         outputs = (keras.tree.flatten(each(inputs, training=False)) for each in (clone, model))
-        pairs *= all(map(torch.equal, *outputs))
-    except Exception:  # whatever a user's layers raise
-        pairs.clear()
-    if synchronized and len(pairs) < sum(v.name == "moving_variance" for v in model.variables):
+        swapped = swapped if all(map(torch.equal, *outputs)) else {}
+    except Exception:  # noqa: BLE001 - whatever a user's layers raise
+        swapped = {}
+    if synchronized and len(swapped) < sum(v.name == "moving_variance" for v in model.variables):
         raise SystemExit(
-            "--sync-batchnorm takes keras.layers.BatchNormalization without renorm in a Functional "
-            "or Sequential model; this model has other batch normalization"
+            "--sync-batchnorm needs a Functional or Sequential model, and keras.layers."
+            "BatchNormalization without renorm: this model has other batch normalization"
         )
-    return (clone, pairs) if pairs else (model, [])
+    return clone if swapped else model, swapped
 
 
 # ---- One process a device ----
@@ -434,17 +414,12 @@ def collate(samples: Any) -> Any:
 
 
 def per_device_launch_fn(
-    current_gpu_index: int,
-    num_gpus: int,
-    args: Any,
-    datasets: tuple,
-    get_model: Callable,
-    store: Any,
+    current_gpu_index: int, num_gpus: int, args: Any, datasets: tuple, get_model: Any, store: Any
 ) -> None:
     """Trains one replica: what each process does, from set-up to teardown."""
     # Set up the process group
     device = setup_device(current_gpu_index, num_gpus, args.device, store=store)
-    first = current_gpu_index == 0
+    on_cuda, place = device.type == "cuda", (current_gpu_index, num_gpus, args.batch_size)
 
     # Without this scope Keras puts tensors on cuda:0 in every process, and on CUDA even when the
     # CPU was asked for (keras issues 20415 and 19392).
@@ -453,7 +428,6 @@ def per_device_launch_fn(
         model = get_model()
 
         # Prepare the dataloaders
-        place = current_gpu_index, num_gpus, args.batch_size
         dataloader = prepare_dataloader(datasets[0], *place, seed=args.seed)
         test_dataloader = prepare_dataloader(datasets[1], *place, training=False)
 
@@ -474,10 +448,12 @@ def per_device_launch_fn(
         loss_fn = torch.nn.CrossEntropyLoss()
         history = restore(args, replica, optimizer) if args.resume else []
 
-        device_ids = [device.index] if device.type == "cuda" else None
+        device_ids = [device.index] if on_cuda else None
         ddp_model = DistributedDataParallel(replica, device_ids, gradient_as_bucket_view=True)
+        if args.compile:
+            compile_step(ddp_model, inputs, args.precision)
 
-        if first:
+        if current_gpu_index == 0:
             print(
                 f"{num_gpus} x {device.type} with {dist.get_backend()}, local batch "
                 f"{args.batch_size}, global batch {num_gpus * args.batch_size}, {args.data}: "
@@ -485,28 +461,39 @@ def per_device_launch_fn(
                 flush=True,
             )
         job = ddp_model, dataloader, args.epochs, optimizer, loss_fn, test_dataloader
-        save = partial(save_run, args, model, replica, swapped, optimizer)
+        save = partial(report, args, model, replica, swapped, optimizer)
         train_model(*job, args.precision, history, save)
-        if first and not (args.output_dir and (args.output_dir / FILES[0]).exists()):
-            print("nothing was written: there is no --output-dir")
         del ddp_model, optimizer, job, save
     cleanup()
 
 
+def compile_step(model: DistributedDataParallel, inputs: Any, precision: str) -> None:
+    """Compiles the training step for whole batches; a last, smaller one runs uncompiled."""
+    variables = model.module.non_trainable_variables
+    values = [variable.numpy() for variable in variables]
+    model.compile(dynamic=False)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        outputs = model(inputs, training=True)
+    outputs.sum().backward()
+    model.zero_grad()
+    for variable, value in zip(variables, values):
+        variable.assign(value)
+    torch.compiler.set_stance("eager_on_recompile")
+
+
 # ---- What a run leaves: each file is written whole, then moved into place ----
-def save_run(
-    args: Any, model: keras.Model, replica: Any, swapped: list, optimizer: Any, history: list
+def report(
+    args: Any, model: keras.Model, replica: Any, swapped: dict, optimizer: Any, history: list
 ) -> None:
-    """Writes the checkpoint last, it counts the epoch; a file that can't be written stays as it was."""
+    """Prints the last epoch, and writes the files; the checkpoint, which counts it, comes last."""
+    epoch, *means, seconds, speed = history[-1]
+    text = ", ".join(f"{name} {mean:.4f}" for name, mean in zip(COLUMNS[1:], means))
+    text = f"epoch {epoch}/{args.epochs} on {args.data}: {text}, {seconds:.1f} s"
+    print(f"{text}, {speed:,.0f} samples/s", flush=True)
     if not args.output_dir:
         return
-    for new, old in swapped:
+    for old, new in swapped.items():
         old.set_weights(new.get_weights())
-
-    def save_history(path: Path) -> None:
-        with open(path, "w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *history])
-
     checkpoint = {
         "history": history,
         "flags": {name: str(value) for name, value in vars(args).items()},
@@ -514,7 +501,8 @@ def save_run(
         # By position: Keras numbers the names of variables per process.
         "variables": [variable.value.detach() for variable in replica.variables],
     }
-    writers = model.save, save_history, lambda path: torch.save(checkpoint, path)
+    table = "".join(",".join(map(str, row)) + "\n" for row in (COLUMNS, *history))
+    writers = model.save, lambda path: path.write_text(table), partial(torch.save, checkpoint)
     for name, write in zip(FILES, writers):
         path, temporary = args.output_dir / name, args.output_dir / f".new-{name}"
         try:
@@ -529,11 +517,9 @@ def load_checkpoint(path: Path) -> dict:
     """Reads a checkpoint, and runs nothing that it may hold."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint.keys() == {"history", "flags", "variables", "optimizer"}:
-            return checkpoint
-    except Exception as error:  # whatever zip, pickle or the file system raises
-        print(type(error).__name__, file=sys.stderr, end=": ")
-    refuse(f"{path} is cut off, or no checkpoint of this script")
+        return {name: checkpoint[name] for name in ("history", "flags", "optimizer", "variables")}
+    except Exception as error:  # noqa: BLE001 - whatever zip, pickle or the file system raises
+        refuse(f"{path} is cut off, or no checkpoint of this script ({type(error).__name__})")
 
 
 def restore(args: Any, replica: keras.Model, optimizer: torch.optim.Optimizer) -> list:
@@ -551,12 +537,11 @@ def restore(args: Any, replica: keras.Model, optimizer: torch.optim.Optimizer) -
         raise SystemExit(f"{path} is of another model: {error}") from error
     for group in optimizer.param_groups:
         group["lr"] = args.learning_rate  # not the checkpoint's
-    same_run = "epochs", "output_dir", "resume", "start_method"
-    flags = [(k, str(v)) for k, v in vars(args).items() if k not in same_run]
     if first:
-        print(f"{path} goes on after epoch {len(checkpoint['history'])}")
-        if changed := [f"{k} {v}" for k, v in flags if checkpoint["flags"].get(k) != v]:
-            print(f"with other flags, so the result is another run's: {', '.join(changed)}")
+        same_run, flags = ("epochs", "output_dir", "resume", "start_method"), checkpoint["flags"]
+        new = {k: v for k, v in vars(args).items() if k not in same_run and flags.get(k) != str(v)}
+        other = f", as another run: its flags were not {new}" if new else ""
+        print(f"{path} goes on after epoch {len(checkpoint['history'])}{other}", flush=True)
     return checkpoint["history"]
 
 
@@ -575,12 +560,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is")
     add("--precision", choices=("float32", "bfloat16"), default="float32", help="of forward passes")
     add("--sync-batchnorm", action="store_true", help="take statistics of the global batch")
-    add(
-        "--start-method",
-        choices=("spawn", "fork", "forkserver"),
-        default="spawn",
-        help="of processes",
-    )
+    add("--compile", action="store_true", help="compile the training step with torch.compile")
+    add("--start-method", choices=("spawn", "fork", "forkserver"), default="spawn", help="Python's")
     add("--output-dir", type=Path, help="for model.keras, history.csv and checkpoint.pt")
     add("--resume", action="store_true", help="go on with the run in --output-dir if there is one")
     args = parser.parse_args(argv)
@@ -627,16 +608,16 @@ def run_replica(current_gpu_index: int, folder: str, job: tuple, store: Any = No
     try:
         store = store or dist.FileStore(f"{folder}/store", job[0].nproc)
         per_device_launch_fn(current_gpu_index, job[0].nproc, *job, store)
-    except (Exception, SystemExit) as error:
-        report = f"rank {current_gpu_index}: {traceback.format_exc()}"
-        if isinstance(error, SystemExit):
-            report = str(error)
-        try:
-            with open(f"{folder}/report", "x") as file:
-                file.write(report)
-        except FileExistsError:
-            pass  # another was first
-        os._exit(1)  # reported before its connections are closed, and the others fail of that
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, then the process ends
+        text = f"rank {current_gpu_index}: {traceback.format_exc()}"
+        text = str(error) if isinstance(error, SystemExit) else text
+        sys.stdout.flush()
+        if folder:
+            with contextlib.suppress(FileExistsError), open(f"{folder}/report", "x") as file:
+                file.write(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+        os._exit(1)  # only now are its connections closed, of which the others fail
 
 
 def start_replicas(job: tuple) -> None:
@@ -667,26 +648,18 @@ def start_replicas(job: tuple) -> None:
                 process.join()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        if not any(codes):
-            return
-        # Whoever was killed is the cause: the others fail because its connections are closed.
-        rank = next((r for r, code in enumerate(codes) if (code or 0) < 0), None)
-        report = Path(folder, "report")
-        if rank is not None:
-            text = (
-                f"rank {rank} was ended by signal {-codes[rank]}, {signal.strsignal(-codes[rank])}"
-            )
-        elif report.exists():
-            text = report.read_text()
-        else:
-            text = f"a rank ended with exit code {max(code or 0 for code in codes)}"
-        raise SystemExit(f"{text}\n{hint}")
+        if any(codes):
+            # Whoever was killed is the cause: the others fail as its connections are closed.
+            ends = [f"rank {r} ended by signal {-c}" for r, c in enumerate(codes) if (c or 0) < 0]
+            text = Path(folder, "report")
+            text = text.read_text().strip() if text.exists() else f"exit codes {codes}"
+            raise SystemExit(f"{(ends or [text])[0]}\n{hint}")
+    if not args.output_dir:
+        print("nothing was written: there is no --output-dir")
 
 
 def main(
-    argv: list[str] | None = None,
-    get_model: Callable = get_model,
-    get_dataset: Callable = get_dataset,
+    argv: list | None = None, get_model: Callable = get_model, get_dataset: Callable = get_dataset
 ) -> None:
     """Checks what was given, loads the data once, and starts a process a device.
 
@@ -707,7 +680,7 @@ def main(
     datasets = get_dataset(args.data) if takes_data else get_dataset()
     if not all(map(len, datasets)):
         refuse("get_dataset returned a dataset without samples")
-    args.data = name_of(datasets[0])
+    args.data = getattr(datasets[0], "source", type(datasets[0]).__name__)
     if args.output_dir:
         check_output_dir(args.output_dir, args.resume)
     job = args, datasets, get_model
