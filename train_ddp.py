@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import inspect
+import io
 import math
 import os
 import signal
@@ -519,13 +520,14 @@ def report(
         "variables": [variable.value.detach() for variable in replica.variables],
     }
     table = "".join(",".join(map(str, row)) + "\n" for row in (COLUMNS, *history))
-    writers = model.save, lambda path: path.write_text(table), partial(torch.save, checkpoint)
-    for name, write in zip(FILES, writers):
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)  # to a path it would not say why it failed
+    for name, content in zip(FILES, (None, table.encode(), buffer.getbuffer())):
         path, temporary = args.output_dir / name, args.output_dir / f".new-{name}"
         try:
-            write(temporary)
+            temporary.write_bytes(content) if content else model.save(temporary)
             os.replace(temporary, path)
-        except (OSError, RuntimeError) as error:  # torch.save raises the second
+        except OSError as error:
             temporary.unlink(missing_ok=True)
             raise SystemExit(f"can't write {path}: {error}") from error
 
@@ -551,7 +553,7 @@ def restore(args: Any, replica: keras.Model, optimizer: torch.optim.Optimizer) -
             variable.assign(value)
         optimizer.load_state_dict(checkpoint["optimizer"])
     except (KeyError, ValueError) as error:
-        raise SystemExit(f"{path} is of another model: {error}") from error
+        raise SystemExit(f"{path} is the checkpoint of another model") from error
     for group in optimizer.param_groups:
         group["lr"] = args.learning_rate  # not the checkpoint's
     if first:
@@ -605,10 +607,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def hold_interrupts(hold: bool) -> None:
+    """Keeps Ctrl-C waiting, here and in processes that are started, or takes it again."""
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK if hold else signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def run_replica(current_gpu_index: int, folder: str, job: tuple, store: Any = None) -> None:
     """Runs `per_device_launch_fn`; whichever replica fails first leaves its report in `folder`."""
     for number in signal.SIGINT, signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)  # end at once, without a traceback
+    hold_interrupts(False)
     try:
         store = store or dist.FileStore(f"{folder}/store", job[0].nproc)
         per_device_launch_fn(current_gpu_index, job[0].nproc, *job, store)
@@ -637,12 +646,11 @@ def start_replicas(job: tuple) -> None:
         try:
             if threading.current_thread() is threading.main_thread():  # no other may set handlers
                 handlers = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # else a traceback of each import
+                hold_interrupts(True)  # else each process prints a traceback of its imports
             options = {"join": False, "start_method": args.start_method}
             start = torch.multiprocessing.start_processes
             processes = start(run_replica, (folder, job), args.nproc, **options).processes
-            if handlers:
-                signal.signal(signal.SIGINT, stop)
+            hold_interrupts(False)
             codes = [None] * args.nproc
             while None in codes and not any(codes):
                 connection.wait([p.sentinel for p, code in zip(processes, codes) if code is None])
@@ -653,6 +661,7 @@ def start_replicas(job: tuple) -> None:
                 process.join()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            hold_interrupts(False)
         if any(codes):
             # Whoever was killed is the cause: the others fail as its connections are closed.
             ends = [f"rank {r} ended by signal {-c}" for r, c in enumerate(codes) if (c or 0) < 0]
