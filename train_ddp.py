@@ -433,7 +433,7 @@ def per_device_launch_fn(
     """Trains one replica: what each process does, from set-up to teardown."""
     # Set up the process group
     device = setup_device(current_gpu_index, num_gpus, args.device, store=store)
-    on_cuda, place = device.type == "cuda", (current_gpu_index, num_gpus, args.batch_size)
+    place = current_gpu_index, num_gpus, args.batch_size
 
     # Without this scope Keras puts tensors on cuda:0 in every process, and on CUDA even when the
     # CPU was asked for (keras issues 20415 and 19392).
@@ -462,25 +462,26 @@ def per_device_launch_fn(
         loss_fn = torch.nn.CrossEntropyLoss()
         history = restore(args, replica, optimizer) if args.resume else []
 
-        device_ids = [device.index] if on_cuda else None
+        device_ids = [device.index] if device.type == "cuda" else None
         ddp_model = DistributedDataParallel(replica, device_ids, gradient_as_bucket_view=True)
         if args.compile:
             compile_step(ddp_model, inputs, args.precision)
 
-        if current_gpu_index == 0:
+        save = partial(report, args, model, replica, swapped, optimizer)
+        first = current_gpu_index == 0
+        if first:
             batches = f"local batch {args.batch_size}, global batch {num_gpus * args.batch_size}"
             samples = f"{len(datasets[0]):,} training and {len(datasets[1]):,} test samples"
-            print(
-                f"{num_gpus} replicas on {device.type} ({dist.get_backend()}), {batches}, ", end=""
-            )
-            print(f"{args.data}: {samples}", flush=True)
-        job = ddp_model, dataloader, args.epochs, optimizer, loss_fn, test_dataloader
-        save = partial(report, args, model, replica, swapped, optimizer)
-        if current_gpu_index == 0 and len(history) >= args.epochs:
+            text = f"{num_gpus} replicas on {device.type} ({dist.get_backend()}), {batches}"
+            print(f"{text}, {args.data}: {samples}", flush=True)
+        if first and len(history) >= args.epochs:
             print(f"nothing to do: all {args.epochs} epochs are done already")
             if not (args.output_dir / FILES[0]).exists():
                 save(history)
+        job = ddp_model, dataloader, args.epochs, optimizer, loss_fn, test_dataloader
         train_model(*job, args.precision, history, save)
+        if first and not args.output_dir:
+            print("nothing was written: there is no --output-dir", flush=True)
         del ddp_model, optimizer, job, save
     cleanup()
 
@@ -668,8 +669,6 @@ def start_replicas(job: tuple) -> None:
             text = Path(folder, "report")
             text = text.read_text().strip() if text.exists() else f"exit codes {codes}"
             raise SystemExit(f"{(ends or [text])[0]}\n{hint}")
-    if not args.output_dir:
-        print("nothing was written: there is no --output-dir")
 
 
 def main(
