@@ -134,9 +134,12 @@ def read_npz(path: str) -> tuple[ArrayDataset, ...]:
     except Exception as error:  # noqa: BLE001 - whatever zip, zlib, numpy or the file system raises
         refuse(f"--data {path} is no .npz with x_train, y_train, x_test and y_test: {error}")
     for (x, y), (images, labels) in zip(names, splits):
-        good = images.dtype == "uint8" and images.shape == (*labels.shape, 28, 28) and labels.size
         bad = labels[~np.isin(labels, range(10))][:1]
-        if not good or bad.size or labels.dtype.kind not in "iu":
+        good_images = images.dtype == "uint8" and images.shape == (labels.size, 28, 28)
+        good_labels = (
+            labels.dtype.kind in "iu" and labels.ndim == 1 and labels.size and not bad.size
+        )
+        if not (good_images and good_labels):
             refuse(
                 f"--data {path}: {x} must be uint8 (N, 28, 28), it is {images.dtype} {images.shape}, "
                 f"and {y} N whole numbers, 0 to 9, it is {labels.dtype} {labels.shape} {bad}"
