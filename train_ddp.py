@@ -688,6 +688,10 @@ def main(
     launched = dist.is_torchelastic_launched()
     if launched:
         store, rank, _ = next(dist.rendezvous("env://"))
+        # All attempts share torchrun's store: a restarted rank must not read an old one's address.
+        # On several machines the counts can differ; the README says what to set there.
+        if os.environ["GROUP_WORLD_SIZE"] == "1":
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         checked = f"machine {os.environ['GROUP_RANK']} is checked"
         if os.environ["LOCAL_RANK"] != "0":  # the first loads first, and alone refuses
             store.wait([checked], COLLECTIVE_TIMEOUT)
