@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -1394,3 +1395,39 @@ def test_one_gpu_trains_with_nccl_and_resumes(tmp_path, flag):
     trained(f"{flags} 2", tmp_path)
     assert len(history(tmp_path)) == 2
     check_evaluation(tmp_path, tolerance=1e-3)
+
+
+# ---- Compiled, and the README's own words ----
+def test_the_default_model_compiles_to_one_graph():
+    def run():
+        x = torch.zeros((8, 28, 28, 1), dtype=torch.uint8)
+        replica, swapped = train_ddp.swap_layers(train_ddp.get_model(), x, False)
+        whole = torch.compile(replica, backend="eager", fullgraph=True)  # fails at a graph break
+        return len(swapped), tuple(whole(x, training=True).shape)
+
+    assert call(run) == (6, (8, 10))
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_steps_give_the_losses_of_plain_ones(tmp_path):
+    """Each replica has 30 samples: the last batch is of 6, and runs uncompiled."""
+
+    def plain():
+        norm = layers.BatchNormalization(momentum=0.5)
+        return chain(layers.Dense(16, use_bias=False), norm, layers.ReLU(), layers.Dense(10))
+
+    losses = []
+    for folder, flags in (tmp_path / "a", ""), (tmp_path / "b", "--compile"):
+        run = train(flags, folder, plain, points(60))
+        assert run.code == 0, run.err
+        losses.append([[row["loss"], row["val_loss"]] for row in history(folder)])
+    np.testing.assert_allclose(*losses, atol=1e-5)
+
+
+def test_the_readmes_own_model_and_data_train(tmp_path):
+    (code,) = re.findall(r"```python\n(# my_job.py.*?)```", (HERE / "README.md").read_text(), re.S)
+    script = tmp_path / "my_job.py"
+    script.write_text(code)
+    run = python(script, *TINY, "--output-dir", tmp_path / "out").wait()
+    assert run.code == 0, run.err
+    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
