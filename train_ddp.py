@@ -263,7 +263,10 @@ def seed_noise(model: keras.Model, seed: int, epoch: int) -> None:
 
 # ---- Layers on torch's own kernels, and batch statistics of the global batch ----
 class ReplicaConv2D(keras.layers.Conv2D):
-    """Keras' layer without the two copies that Keras 3.15 makes of its input, 5 of 35 ms a step."""
+    """Keras' layer without the two copies that Keras 3.15 makes of its input, 5 of 55 ms a step.
+
+    Not for torch.compile, which removes them itself and makes slower code of this layer.
+    """
 
     def convolution_op(self, inputs: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
         if self.data_format == "channels_first":
@@ -331,7 +334,7 @@ class GlobalBatchNorm(torch.autograd.Function):
         return dx.to(dy.dtype), dgamma, dbeta, None
 
 
-def swap_layers(model: keras.Model, inputs: Any, synchronized: bool) -> tuple:
+def swap_layers(model: keras.Model, inputs: Any, synchronized: bool, compiled: bool) -> tuple:
     """Clones a model with the layers above in it, which shares all others; returns it and new by old.
 
     Where that can't be done, as with a subclassed model, returns the model itself and nothing; then
@@ -340,7 +343,7 @@ def swap_layers(model: keras.Model, inputs: Any, synchronized: bool) -> tuple:
     swapped = {}
 
     def clone_layer(layer: keras.Layer) -> keras.Layer:
-        if type(layer) is keras.layers.Conv2D:
+        if type(layer) is keras.layers.Conv2D and not compiled:
             swapped[layer] = ReplicaConv2D.from_config(layer.get_config())
         elif type(layer) is keras.layers.BatchNormalization and not layer.renorm:
             swapped[layer] = ReplicaBatchNormalization.from_config(layer.get_config())
@@ -452,7 +455,7 @@ def per_device_launch_fn(
         inputs, _ = to_device(next(iter(dataloader)), device)
         with torch.no_grad():
             model(inputs, training=False)
-            replica, swapped = swap_layers(model, inputs, args.sync_batchnorm)
+            replica, swapped = swap_layers(model, inputs, args.sync_batchnorm, args.compile)
         seen = {id(parameter) for parameter in replica.parameters()}
         if unseen := [v.path for v in replica.variables if id(v.value) not in seen]:
             raise SystemExit(f"DDP can't see these weights; build them in build(): {unseen}")
