@@ -1145,7 +1145,9 @@ def test_torchrun_restarts_a_killed_worker_and_the_bits_are_the_same(tmp_path, u
     flags = f"{EPOCHS} --resume --output-dir {tmp_path}/out"
     run = torchrun(tmp_path, "--standalone --max-restarts 3", flags).wait()
     assert run.code == 0, run.err
-    assert run.err.count("exitcode: -9") == 1 and "resumed after epoch" in run.out
+    # torchrun names the killed worker, or the one that lost its connection to it.
+    assert re.search(r"failed \(exitcode: (-9|1)\)", run.err)
+    assert "resumed after epoch" in run.out
     assert bits(tmp_path / "out") == unbroken
 
 
@@ -1410,7 +1412,7 @@ def test_the_default_model_compiles_to_one_graph():
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
 def test_compiled_steps_give_the_losses_of_plain_ones(tmp_path):
-    """Each replica has 30 samples: the last batch is of 6, and runs uncompiled."""
+    """Of 30 samples the last batch is of 6, and runs uncompiled."""
 
     def plain():
         norm = layers.BatchNormalization(momentum=0.5)
@@ -1418,7 +1420,7 @@ def test_compiled_steps_give_the_losses_of_plain_ones(tmp_path):
 
     losses = []
     for folder, flags in (tmp_path / "a", ""), (tmp_path / "b", "--compile"):
-        run = train(flags, folder, plain, points(60))
+        run = train(f"--nproc 1 {flags}", folder, plain, points(30))
         assert run.code == 0, run.err
         losses.append([[row["loss"], row["val_loss"]] for row in history(folder)])
     np.testing.assert_allclose(*losses, atol=1e-5)
