@@ -116,12 +116,12 @@ def synthetic_digits(samples: int, seed: int) -> ArrayDataset:
     """Draws digits of 3 by 5 dots, each at another place and under noise."""
     font = (31599, 11415, 29671, 29647, 23497, 31183, 31215, 29330, 31727, 31695)  # 15 bits each
     dots = np.array([[int(dot) for dot in f"{glyph:015b}"] for glyph in font], "uint8")
-    glyphs = np.kron(dots.reshape(10, 5, 3), np.full((1, 4, 4), 160, "uint8"))
+    glyphs = np.kron(dots.reshape(10, 5, 3), np.full((1, 4, 4), 120, "uint8"))
     glyphs = np.pad(glyphs, ((0, 0), (8, 8), (12, 12)))
     places = np.lib.stride_tricks.sliding_window_view(glyphs, (28, 28), axis=(1, 2))
     random = np.random.default_rng(seed)
     labels, down, right = random.integers([[0], [1], [1]], [[10], [8], [8]], (3, samples))
-    noise = random.integers(0, 96, (samples, 28, 28), "uint8")
+    noise = random.integers(0, 136, (samples, 28, 28), "uint8")
     return ArrayDataset(places[labels, down, right] + noise, labels, "synthetic digits")
 
 
