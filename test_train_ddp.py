@@ -171,7 +171,7 @@ class Points(Dataset):
 
 def points(samples=64, tests=20, trap=None, test_trap=None, **options):
     """Returns a `get_dataset`. Of 64 samples each of 2 replicas takes 32 an epoch, and 8 to build."""
-    return lambda: (
+    return lambda data=None: (
         Points(samples, trap=trap, **options),
         Points(tests, seed=1, trap=test_trap, **options),
     )
@@ -1069,7 +1069,7 @@ def test_an_exception_in_one_rank_shows_its_own_traceback_once(tmp_path, rank):
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     data, tests = small_data()
     data.trap = 1, SECOND_EPOCH, lambda: data.x.fill(np.nan)
-    run = train(EPOCHS, tmp_path, get_dataset=lambda: (data, tests))
+    run = train(EPOCHS, tmp_path, get_dataset=lambda _: (data, tests))
     assert re.search(r"epoch 2\b.*\bnan\b", message(run)) and "--resume" in run.err
     assert len(checkpoint(tmp_path)[0]) == len(history(tmp_path)) == 1
     trained(f"{EPOCHS} --resume", tmp_path)
