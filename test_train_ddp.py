@@ -11,9 +11,11 @@ import os
 import pickle
 import re
 import resource
+import runpy
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -1426,12 +1428,113 @@ def test_compiled_steps_give_the_losses_of_plain_ones(tmp_path):
     np.testing.assert_allclose(*losses, atol=1e-5)
 
 
+README = (HERE / "README.md").read_text()
+
+
+def recipe(folder, first_line="", *changes):
+    """Writes the README's code of that first line, and a copy of the script with its changes."""
+    script = Path(SCRIPT).read_text()
+    blocks = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    for change in changes:
+        (block,) = [block for block in blocks if change in block]
+        lines = block.splitlines(keepends=True)
+        old, new = ("".join(x[1:] for x in lines if x[0] in kind) for kind in (" -", " +"))
+        assert script.count(old) == 1, block
+        script = script.replace(old, new)
+    (folder / "train_ddp.py").write_text(script)
+    code = re.findall(rf"```python\n(# {first_line}\n.*?)```", README, re.DOTALL)
+    assert len(code) == 1 or not first_line
+    (folder / "job.py").write_text("".join(code))
+
+
+def run_recipe(folder, *args):
+    def run():
+        os.chdir(folder)
+        sys.path[0], sys.argv[1:] = str(folder), args
+        del sys.modules["train_ddp"]
+        runpy.run_path("job.py", run_name="__main__")
+
+    run = Child(run).wait()
+    assert (run.code, run.err) == (0, "")
+    return run.out
+
+
+def train_recipe(folder, flags, get_model, get_dataset, *changes):
+    """Trains with the changed script; returns the table and the last learning rate."""
+
+    def run():
+        os.chdir(folder)
+        sys.path[0] = str(folder)
+        del sys.modules["train_ddp"]
+        import train_ddp as changed
+
+        changed.main([*FORK, "--output-dir", "out", *flags.split()], get_model, get_dataset)
+
+    folder.mkdir()
+    recipe(folder, "", *changes)
+    ended = Child(run).wait()
+    assert (ended.code, ended.err) == (0, "")
+    with open(folder / "out" / "history.csv") as file:
+        names, *rows = csv.reader(file)
+    state = call(lambda: torch.load(folder / "out" / "checkpoint.pt")["optimizer"])
+    return names, np.array(rows, float)[:, 1:5], state["param_groups"][0]["lr"]
+
+
 def test_the_readmes_own_model_and_data_train(tmp_path):
-    (code,) = re.findall(
-        r"```python\n(# my_job.py.*?)```", (HERE / "README.md").read_text(), re.DOTALL
-    )
-    script = tmp_path / "my_job.py"
-    script.write_text(code)
-    run = python(script, *TINY, "--output-dir", tmp_path / "out").wait()
+    recipe(tmp_path, "my_job.py")
+    run = python(tmp_path / "job.py", *TINY, "--output-dir", tmp_path / "out").wait()
     assert run.code == 0, run.err
-    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
+    assert set(os.listdir(tmp_path / "out")) == FILES
+
+
+def test_the_readmes_files_are_read_by_workers(tmp_path):
+    recipe(tmp_path, "my_files.py", "num_workers")
+    for i in range(40):
+        folder = tmp_path / "data" / ("train" if i < 30 else "test") / str(i % 10)
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / f"{i}.npy", np.random.default_rng(i).random((32, 32, 3), "float32"))
+    out = run_recipe(tmp_path, *FORK, "--data", "data")
+    assert "Files: 30 training and 10 test samples" in out and "epoch 2/2" in out
+
+
+def test_the_readmes_notebook_trains_and_its_picture_is_drawn(tmp_path):
+    recipe(tmp_path, "a notebook's cell")
+    assert run_recipe(tmp_path).count("on list: loss") == 2
+    trained("", tmp_path / "out")
+    (command,) = re.findall(r"^column .*", README, re.MULTILINE)
+    if shutil.which("column"):
+        table = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, check=True)
+        assert len(table.stdout.splitlines()) == 3 and b"," not in table.stdout
+    pytest.importorskip("matplotlib")
+    recipe(tmp_path, "history.py")
+    run_recipe(tmp_path)
+    assert (tmp_path / "out" / "history.png").stat().st_size > 5000
+
+
+def test_the_readmes_changes_of_the_loop_do_what_they_say(tmp_path):
+    job = linear_model, points(64)
+    plain = train_recipe(tmp_path / "plain", "--batch-size 32 --epochs 3", *job)
+    accumulated = train_recipe(tmp_path / "accumulated", "--epochs 3", *job, "no_sync")
+    np.testing.assert_allclose(accumulated[1], plain[1], atol=1e-5)
+    others = train_recipe(
+        tmp_path / "others", "--epochs 3", *job, "clip_grad_norm_", 'optimizer.defaults["lr"]'
+    )
+    assert plain[2] == 1e-3 and others[2] == 1e-3 / 4
+
+
+def test_the_readmes_loss_and_metric_are_used(tmp_path):
+    def get_dataset(data):
+        samples = [(np.full(6, i, "float32"), np.full(10, i, "float32")) for i in range(32)]
+        return samples, samples
+
+    def get_model():
+        return chain(layers.Dense(10, kernel_initializer="zeros"))
+
+    flags = "--learning-rate 1e-12 --epochs 1"
+    changes = "MSELoss", "abs()", "val_error"
+    names, ((loss, error, *_),), _ = train_recipe(
+        tmp_path / "x", flags, get_model, get_dataset, *changes
+    )
+    assert names[1:5] == ["loss", "error", "val_loss", "val_error"]
+    assert loss == pytest.approx(np.mean(np.arange(32.0) ** 2), rel=1e-5)
+    assert error == pytest.approx(15.5, rel=1e-5)
