@@ -779,31 +779,32 @@ def test_the_command_line_trains_and_leaves_a_plain_model(tmp_path):
     assert int(hits) == round(history(out)[-1]["val_accuracy"] * 20, 6) and known == "False"
 
 
-OWN = """
-import train_ddp
-import keras, numpy
+def test_a_model_and_data_of_ones_own_train_and_the_data_are_loaded_once():
+    def get_dataset(data):
+        print("loaded", data)
+        samples = [(np.zeros(6, "float32"), i % 4) for i in range(24)]
+        return samples, samples
 
-def get_model():
-    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
-
-def get_dataset(data):
-    print("loaded", data)
-    samples = [(numpy.zeros(3, "float32"), i % 4) for i in range(24)]
-    return samples, samples
-
-if __name__ == "__main__":
-    train_ddp.main(get_model=get_model, get_dataset=get_dataset)
-"""
-
-
-def test_a_model_and_data_of_ones_own_train_in_spawned_replicas(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    run = python(tmp_path / "own.py", *TINY, "--data", "here").wait()
-    assert (run.code, run.err) == (0, "")
-    loaded, what, *epochs, last = run.out.splitlines()
-    assert loaded == "loaded here"  # once
+    loaded, what, *epochs, last = trained(
+        "--data here", None, linear_model, get_dataset
+    ).out.splitlines()
+    assert loaded == "loaded here"
     assert len(epochs) == 2 and all("list" in line for line in (what, *epochs))
     assert "nothing was written" in last
+
+
+def test_the_parent_leaves_torch_to_forked_replicas(tmp_path):
+    """Had it computed with threads, one that has as many would hang; two share the cores here."""
+
+    def get_model():
+        flat = layers.Rescaling(1 / 255), layers.Flatten()
+        return keras.Sequential([keras.Input((28, 28, 1)), *flat, layers.Dense(10)])
+
+    x, y = np.zeros((200, 28, 28), "uint8"), np.zeros(200, "int64")
+    data = save_npz(tmp_path / "data.npz", x_train=x, y_train=y)
+    flags = "--nproc", "1", "--batch-size", "200", "--data", str(data)
+    run = Child(train_ddp.main, [*FORK, *flags], get_model).wait()
+    assert (run.code, run.err) == (0, "")
 
 
 def test_a_function_that_cannot_be_pickled_fails_with_spawn(tmp_path):
@@ -896,13 +897,14 @@ def test_without_network_the_default_data_are_synthetic_and_every_line_says_so(t
 def test_synthetic_digits_are_as_many_as_mnist_has_and_the_same_each_time():
     def digits():
         for x, y in (data[:] for data in train_ddp.get_dataset("synthetic")):
-            yield [*x.shape, x.dtype, x[-1].numpy().tobytes()], y.bincount().tolist()
+            images = {image.tobytes() for image in x.numpy()}
+            yield [*x.shape, x.dtype, images], y.bincount().tolist()
 
     (train_set, counts), (test_set, test_counts) = first = call(lambda: list(digits()))
     assert first == call(lambda: list(digits()))
     assert train_set[:-1] == [60_000, 28, 28, 1, torch.uint8] and min(counts) > 5_500
     assert test_set[:-1] == [10_000, 28, 28, 1, torch.uint8] and min(test_counts) > 900
-    assert train_set[-1] != test_set[-1]
+    assert len(train_set[-1]) == 60_000 and not train_set[-1] & test_set[-1]
 
 
 def test_help_shows_every_default():
@@ -958,8 +960,8 @@ def resumed(folder):
     return bits(folder)
 
 
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
+def kill(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
 
 
 def limit_files(path, kills):
@@ -976,6 +978,7 @@ def limit_files(path, kills):
         (1, 1, "building"),
         (0, 30, "training"),
         (1, SECOND_EPOCH, "training"),
+        (1, 30, "training, by SIGTERM"),
         (1, 15, "evaluating"),
         (0, SECOND_EPOCH, "writing model.keras"),
         (0, SECOND_EPOCH, "writing checkpoint.pt"),
@@ -984,7 +987,7 @@ def limit_files(path, kills):
 def test_a_killed_rank_is_named_and_the_resumed_run_has_the_same_bits(
     tmp_path, unbroken, rank, at, what
 ):
-    action = kill
+    action = partial(kill, signal.SIGTERM) if "SIGTERM" in what else kill
     if what.startswith("writing"):
         action = partial(limit_files, tmp_path / what.split()[1], kills=True)
     traps = {"test_trap" if what == "evaluating" else "trap": (rank, at, action)}
@@ -1037,6 +1040,27 @@ def test_ctrl_c_ends_fresh_replicas_without_a_traceback(tmp_path, method, traini
     assert run.code == 130 and re.fullmatch(r".*--resume.*\n", run.err)
 
 
+class Interrupted:
+    """A `get_model`, pickled for each spawned replica: Ctrl-C comes while the second is started."""
+
+    times = 0
+
+    def __getstate__(self):
+        Interrupted.times += 1
+        if Interrupted.times == 2:
+            time.sleep(1)  # the first imports torch and Keras now
+            os.killpg(0, signal.SIGINT)
+            time.sleep(1)
+        return {"some": "state"}
+
+
+def test_ctrl_c_while_processes_are_started_waits_until_they_are(tmp_path):
+    samples = [(0.0, 0)] * 8
+    out = tmp_path / "out"
+    run = train("--start-method spawn", out, Interrupted(), lambda data: (samples, samples))
+    assert run.code == 130 and re.fullmatch(r".*--resume.*\n", run.err)
+
+
 def test_main_works_in_a_thread_and_puts_the_signal_handlers_back():
     def handlers():
         return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -1082,10 +1106,8 @@ def test_a_rank_that_stops_answering_ends_the_run(tmp_path):
     def run():
         train_ddp.COLLECTIVE_TIMEOUT = timedelta(seconds=3)
         args = [*FORK, *EPOCHS.split(), "--output-dir", str(tmp_path)]
-        train_ddp.main(args, small_model, points(trap=(1, SECOND_EPOCH, freeze)))
-
-    def freeze():
-        os.kill(os.getpid(), signal.SIGSTOP)
+        trap = 1, SECOND_EPOCH, partial(kill, signal.SIGSTOP)
+        train_ddp.main(args, small_model, points(trap=trap))
 
     ended = Child(run).wait()
     assert ended.code == 1 and re.search("(?i)timed out|timeout", ended.err)
@@ -1121,6 +1143,10 @@ def test_resuming_a_run_that_has_ended_says_so_and_changes_nothing(tmp_path):
     run = trained("--epochs 1 --resume", tmp_path)
     assert re.search(r"(?i)no more|nothing|already|all \d+ epochs", run.out)
     assert contents(tmp_path) == before
+    weights = saved_weights(tmp_path)
+    (tmp_path / "model.keras").unlink()
+    trained("--epochs 1 --resume", tmp_path)
+    np.testing.assert_equal(saved_weights(tmp_path), weights)
 
 
 # ---- torchrun ----

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from multiprocessing import active_children, connection
+from multiprocessing import active_children, connection, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -587,6 +587,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def hold_interrupts(hold: bool) -> None:
     """Keeps Ctrl-C waiting, here and in processes that are started, or takes it again."""
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        if hold:
+            resource_tracker.ensure_running()  # starting it later would take Ctrl-C again
         signal.pthread_sigmask(signal.SIG_BLOCK if hold else signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
