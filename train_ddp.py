@@ -101,16 +101,12 @@ class ArrayDataset(TensorDataset):
 
 
 def synthetic_digits(samples: int, seed: int) -> ArrayDataset:
-    """Draws digits of 3 by 5 dots, each at another place and under noise."""
-    font = (31599, 11415, 29671, 29647, 23497, 31183, 31215, 29330, 31727, 31695)  # 15 bits each
-    dots = np.array([[int(dot) for dot in f"{glyph:015b}"] for glyph in font], "uint8")
-    glyphs = np.kron(dots.reshape(10, 5, 3), np.full((1, 4, 4), 120, "uint8"))
-    glyphs = np.pad(glyphs, ((0, 0), (8, 8), (12, 12)))
-    places = np.lib.stride_tricks.sliding_window_view(glyphs, (28, 28), axis=(1, 2))
+    """Draws ten "digits", patterns of 7 by 7 squares that no seed changes, under noise."""
+    squares = np.random.default_rng(0).integers(0, 2, (10, 7, 7), "uint8") * 120
     random = np.random.default_rng(seed)
-    labels, down, right = random.integers([[0], [1], [1]], [[10], [8], [8]], (3, samples))
-    noise = random.integers(0, 136, (samples, 28, 28), "uint8")
-    return ArrayDataset(places[labels, down, right] + noise, labels, "synthetic digits")
+    labels, noise = random.integers(0, 10, samples), random.integers(0, 136, (samples, 28, 28))
+    images = squares.repeat(4, axis=1).repeat(4, axis=2)[labels] + noise.astype("uint8")
+    return ArrayDataset(images, labels, "synthetic digits")
 
 
 def read_npz(path: str) -> list[ArrayDataset]:
@@ -301,25 +297,21 @@ class GlobalBatchNorm(torch.autograd.Function):
         sums = torch.cat([mean, variance * len(x), mean.new_tensor([len(x)])])
         means, squares, rows = gather(sums).split([size, size, 1], dim=1)
         global_mean = (rows * means).sum(0) / rows.sum()
-        squares = squares + rows * (means - global_mean).square()
-        global_variance = squares.sum(0) / rows.sum()
+        global_variance = (squares + rows * (means - global_mean).square()).sum(0) / rows.sum()
         inverse = (global_variance + epsilon).rsqrt()
-        # What is normalized over all rows is ratio * local + shift.
         ratio, shift = inverse * (variance + epsilon).sqrt(), inverse * (mean - global_mean)
-        ctx.save_for_backward(local, ratio, shift, inverse * gamma, rows.sum())
         ctx.mark_non_differentiable(global_mean, global_variance)
-        y = torch.addcmul(shift * gamma + beta, local, ratio * gamma)
-        return y.to(x.dtype), global_mean, global_variance
+        y = torch.addcmul(shift, local, ratio)
+        ctx.save_for_backward(y, gamma, inverse, rows.sum())
+        return torch.addcmul(beta, y, gamma).to(x.dtype), global_mean, global_variance
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple:
-        local, ratio, shift, scale, rows = ctx.saved_tensors
-        dbeta = dy.sum(0, dtype=torch.float32)
-        dgamma = (dy * local).sum(0) * ratio + dbeta * shift
+        y, gamma, inverse, rows = ctx.saved_tensors
+        dbeta, dgamma = dy.sum(0, dtype=torch.float32), (dy * y).sum(0)
         # These two stay this replica's: DDP averages gradients.
-        means = gather(torch.stack([dbeta, dgamma])).sum(0) / rows
-        constant, slope = means[0] + means[1] * shift, means[1] * ratio
-        dx = torch.addcmul(-constant * scale, local, -slope * scale).addcmul_(dy, scale)
+        means, scale = gather(torch.stack([dbeta, dgamma])).sum(0) / rows, gamma * inverse
+        dx = torch.addcmul(-means[0] * scale, y, -means[1] * scale).addcmul_(dy, scale)
         return dx.to(dy.dtype), dgamma, dbeta, None
 
 
@@ -559,7 +551,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--precision", choices=("float32", "bfloat16"), default="float32", help="of forward passes")
     add("--sync-batchnorm", action="store_true", help="take statistics of the global batch")
     add("--compile", action="store_true", help="compile the training step with torch.compile")
-    add("--start-method", choices=("spawn", "fork", "forkserver"), default="spawn", help="Python's")
+    methods = torch.multiprocessing.get_all_start_methods()  # on Windows spawn alone
+    add("--start-method", choices=methods, default="spawn", help="Python's")
     add("--output-dir", type=Path, help="for model.keras, history.csv and checkpoint.pt")
     add("--resume", action="store_true", help="go on with the run in --output-dir if there is one")
     args = parser.parse_args(argv)
