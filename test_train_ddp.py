@@ -281,7 +281,7 @@ def alone(folder, data):
     def run():
         model = keras.saving.load_model(folder / "model.keras")
         x, y = map(torch.from_numpy, (data.x, data.y))
-        outputs = model(x, training=False)
+        outputs = model(x, training=False).float()
         return cross_entropy(outputs, y).item(), (outputs.argmax(-1) == y).sum().item()
 
     return call(run)
@@ -682,6 +682,19 @@ class Opposite(keras.Model):
 
 
 @register
+class OwnInTraining(keras.Sequential):
+    """What a clone leaves out does not show before it has learned, or in training only."""
+
+    def call(self, inputs, training=None, mask=None):
+        return super().call(inputs * 0 + 1 if training else inputs, training=training)
+
+
+def own_in_training():
+    zeros = layers.Dense(10, kernel_initializer="zeros")
+    return OwnInTraining([keras.Input((6,)), layers.BatchNormalization(), zeros])
+
+
+@register
 class OwnNorm(layers.BatchNormalization):
     pass
 
@@ -697,6 +710,7 @@ def with_norm(norm):
     [
         Subclassed,
         Opposite,
+        own_in_training,
         lambda: with_norm(OwnNorm()),
         lambda: with_norm(layers.BatchNormalization(renorm=True)),
         lambda: chain(
@@ -704,7 +718,7 @@ def with_norm(norm):
             *(layers.GlobalAveragePooling1D(), layers.Dense(10)),
         ),
     ],
-    ids=["subclassed", "own call", "own layer", "renorm", "mask"],
+    ids=["subclassed", "own call", "own call in training", "own layer", "renorm", "mask"],
 )
 def test_a_model_that_cannot_be_synchronized_is_refused_with_the_flag_only(tmp_path, get_model):
     refused = train("--sync-batchnorm", tmp_path, get_model)
@@ -713,6 +727,26 @@ def test_a_model_that_cannot_be_synchronized_is_refused_with_the_flag_only(tmp_p
 
     trained("", tmp_path, get_model)
     check_evaluation(tmp_path)
+
+
+class Inner(layers.Layer):
+    """Calls a layer that the model has elsewhere, too."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def call(self, inputs):
+        return self.layer(inputs)
+
+
+def test_a_layer_in_two_places_stays_one():
+    def get_model():
+        conv = layers.Conv2D(1, 1)
+        steps = layers.Reshape((3, 2, 1)), conv, Inner(conv), layers.Flatten(), layers.Dense(10)
+        return chain(*steps)
+
+    trained("", None, get_model)
 
 
 @pytest.mark.parametrize("flag", ["", "--sync-batchnorm"])
@@ -730,7 +764,10 @@ def test_one_replica_trains_like_a_plain_loop(tmp_path, flag):
             conv = layers.Conv2D(**{"filters": 4, "kernel_size": 2} | options)
             steps += conv, layers.BatchNormalization(), keras.ops.tanh
         last = layers.Permute((3, 1, 2)), layers.Conv2D(3, 2, data_format="channels_first")
-        return chain(*steps, *last, layers.Flatten(), layers.Dense(10))
+        last = layers.Conv2D(4, 1, activation=lambda x: x * 2), *last
+        model = chain(*steps, *last, layers.Flatten(), layers.Dense(10))
+        steps[2].kernel.trainable = steps[3].beta.trainable = False
+        return model
 
     def losses():
         keras.utils.set_random_seed(0)
@@ -1061,6 +1098,18 @@ def test_ctrl_c_while_processes_are_started_waits_until_they_are(tmp_path):
     assert run.code == 130 and re.fullmatch(r".*--resume.*\n", run.err)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_fresh_replicas_end_with_their_parent_whose_signals_come_twice(tmp_path, number):
+    data = save_npz(tmp_path / "data.npz")
+    child = python(SCRIPT, *TINY, "--data", data, "--epochs", 100_000)
+    assert until(lambda: len(child.left()) == 4)
+    for _ in range(2):
+        os.kill(child.pid, number)
+        time.sleep(0.01)
+    alone = until(lambda: not child.left(), timeout=30)
+    assert alone and child.wait().code in (143, -number)
+
+
 def test_main_works_in_a_thread_and_puts_the_signal_handlers_back():
     def handlers():
         return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -1124,6 +1173,12 @@ def test_ten_short_runs_in_a_row_end():
 
     ended = Child(run).wait()
     assert ended.code == 0 and ended.out.count("epoch 1/1") == 10
+
+
+def test_three_replicas_resume_with_the_same_bits(tmp_path):
+    for name, epochs in ("a", 3), ("b", 1), ("b", 3):
+        trained(f"--nproc 3 --epochs {epochs} --resume", tmp_path / name, get_dataset=points(96))
+    assert bits(tmp_path / "a") == bits(tmp_path / "b")
 
 
 def test_a_resumed_run_takes_the_new_flags_and_says_so(tmp_path):
@@ -1237,6 +1292,9 @@ def test_bad_flags_are_refused_by_their_names(tmp_path, flags):
         ("--output-dir {}/file", "{}/file", small_data),
         ("--output-dir {}/file/below", "{}/file", small_data),
         ("--output-dir /proc/none", "/proc/none", small_data),
+        ("", "a training and a test set", lambda data: None),
+        ("", "a training and a test set", lambda data: Points(20)),
+        ("", "a training and a test set", lambda data: (iter([]), iter([]))),
     ],
 )
 def test_what_cannot_be_done_is_refused(tmp_path, flags, said, get_dataset):
@@ -1341,6 +1399,15 @@ class Blocks(keras.Model):
         return {}
 
 
+def test_half_precision_policies_are_evaluated_in_float32(tmp_path):
+    def get_model():
+        scale, policy = layers.Rescaling(50.0), "mixed_bfloat16"
+        return chain(scale, layers.Dense(10, dtype=policy), layers.BatchNormalization(dtype=policy))
+
+    trained("--sync-batchnorm", tmp_path, get_model)
+    check_evaluation(tmp_path, tolerance=1e-5)
+
+
 def unbuilt_model():
     return keras.Sequential([layers.Dense(8), layers.LayerNormalization(), layers.Dense(10)])
 
@@ -1431,7 +1498,7 @@ def test_one_gpu_trains_with_nccl_and_resumes(tmp_path, flag):
 def test_the_default_model_compiles_to_one_graph():
     def run():
         x = torch.zeros((8, 28, 28, 1), dtype=torch.uint8)
-        replica, swapped = train_ddp.swap_layers(train_ddp.get_model(), x, False, True)
+        replica, swapped = train_ddp.swap_layers(train_ddp.get_model(), False, True)
         whole = torch.compile(replica, backend="eager", fullgraph=True)  # fails at a graph break
         return len(swapped), tuple(whole(x, training=True).shape)
 

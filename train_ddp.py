@@ -21,10 +21,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from multiprocessing import active_children, connection, resource_tracker
+from multiprocessing import active_children, connection, parent_process, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
+if sys.stdout is None:  # closed: what is printed would go to the file that gets its number
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for good
 os.environ["KERAS_BACKEND"] = "torch"
 # Importing Keras asks for CUDA. Through NVML that leaves CUDA uninitialized here, so that a forked
 # process can use it (pytorch issue 40403).
@@ -166,12 +168,12 @@ def train_model(
             totals += weighted_means(loss, outputs, targets)
             progress.update(step)
         dist.all_reduce(totals)
-        loss, accuracy, samples = (totals / totals.new_tensor([totals[2], totals[2], 1])).tolist()
+        means, samples = (totals[:2] / totals[2]).tolist(), totals[2].item()
         seconds = time.perf_counter() - start
         average_state(keras_model)
-        means = loss, accuracy, *evaluate(keras_model, test_dataloader, loss_fn)
-        if not np.isfinite([loss, means[2]]).all():
-            raise SystemExit(f"epoch {epoch + 1} ended with loss {loss}, val_loss {means[2]}")
+        means += evaluate(keras_model, test_dataloader, loss_fn)
+        if not np.isfinite(means).all():
+            raise SystemExit(f"epoch {epoch + 1} ended with loss {means[0]}, val_loss {means[2]}")
         history.append([epoch + 1, *means, seconds, samples / seconds])
         if first:
             report(history)
@@ -188,7 +190,8 @@ def evaluate(model: keras.Model, dataloader: DataLoader, loss_fn: Callable) -> l
     for batch in dataloader:
         inputs, targets = to_device(batch, device)
         outputs = model(inputs, training=False)
-        totals += weighted_means(loss_fn(outputs, targets) + sum(model.losses), outputs, targets)
+        loss = loss_fn(outputs.float(), targets) + sum(model.losses)
+        totals += weighted_means(loss, outputs, targets)
     dist.all_reduce(totals)
     return (totals[:2] / totals[2]).tolist()
 
@@ -291,8 +294,9 @@ class GlobalBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, epsilon: float) -> tuple:
-        ones, zeros, size = torch.ones_like(gamma), torch.zeros_like(gamma), len(gamma)
-        local, mean, variance = batch_norm(x.float(), ones, zeros, epsilon)
+        wide, size = x.to(torch.promote_types(x.dtype, torch.float32)), len(gamma)
+        ones, zeros = wide.new_ones(size), wide.new_zeros(size)
+        local, mean, variance = batch_norm(wide, ones, zeros, epsilon)
         # Means and centred squares are combined: E[x²] - E[x]² would lose three digits.
         sums = torch.cat([mean, variance * len(x), mean.new_tensor([len(x)])])
         means, squares, rows = gather(sums).split([size, size, 1], dim=1)
@@ -308,43 +312,50 @@ class GlobalBatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple:
         y, gamma, inverse, rows = ctx.saved_tensors
-        dbeta, dgamma = dy.sum(0, dtype=torch.float32), (dy * y).sum(0)
+        dbeta, dgamma = dy.sum(0, dtype=y.dtype), (dy * y).sum(0)
         # These two stay this replica's: DDP averages gradients.
         means, scale = gather(torch.stack([dbeta, dgamma])).sum(0) / rows, gamma * inverse
         dx = torch.addcmul(-means[0] * scale, y, -means[1] * scale).addcmul_(dy, scale)
         return dx.to(dy.dtype), dgamma, dbeta, None
 
 
-def swap_layers(model: keras.Model, inputs: Any, synchronized: bool, compiled: bool) -> tuple:
+def swap_layers(model: keras.Model, synchronized: bool, compiled: bool) -> tuple:
     """Clones a model with the layers above in it, which shares all others; returns it and new by old.
 
     Where that can't be done, as with a subclassed model, returns the model itself and nothing; then
     raises SystemExit if it was to be `synchronized`.
     """
-    swapped = {}
+    conv, norm = keras.layers.Conv2D, keras.layers.BatchNormalization
+    swapped, why = {}, "its own `call`, or a layer in two places"
 
     def clone_layer(layer: keras.Layer) -> keras.Layer:
-        if type(layer) is keras.layers.Conv2D and not compiled:
-            swapped[layer] = ReplicaConv2D.from_config(layer.get_config())
-        elif type(layer) is keras.layers.BatchNormalization and not layer.renorm:
-            swapped[layer] = ReplicaBatchNormalization.from_config(layer.get_config())
+        config = layer.get_config() if type(layer) in (conv, norm) else {}
+        if type(layer) is conv and not compiled:
+            swapped[layer] = ReplicaConv2D.from_config(config | {"activation": layer.activation})
+        elif type(layer) is norm and not layer.renorm:
+            swapped[layer] = ReplicaBatchNormalization.from_config(config)
             swapped[layer].synchronized = synchronized
         return swapped.get(layer, layer)
+
+    def is_plain(model: keras.Model) -> bool:  # a clone leaves out a `call` of one's own
+        inner = [layer for layer in model.layers if isinstance(layer, keras.Model)]
+        return type(model).call.__module__.startswith("keras.") and all(map(is_plain, inner))
 
     try:
         clone = keras.models.clone_model(model, clone_function=clone_layer, recursive=True)
         for old, new in swapped.items():
             new.set_weights(old.get_weights())
-        # The clone of a model with a `call` of its own does without that, so compare.
-        outputs = (keras.tree.flatten(each(inputs, training=False)) for each in (clone, model))
-        same = all(torch.allclose(*pair, rtol=1e-3, atol=1e-3) for pair in zip(*outputs))
-    except Exception:  # noqa: BLE001 - whatever a user's layers raise
-        same = False
-    swapped = swapped if same else {}
+            for variable, other in zip(new.variables, old.variables):
+                variable.trainable = other.trainable
+        kept = {id(variable) for variable in clone.variables}
+        tied = any(id(variable) in kept for old in swapped for variable in old.variables)
+        swapped = swapped if is_plain(model) and not tied else {}
+    except Exception as error:  # noqa: BLE001 - whatever a user's layers raise
+        swapped, why = {}, repr(error)[:200]
     batch_norms = sum(isinstance(new, ReplicaBatchNormalization) for new in swapped.values())
     if synchronized and batch_norms < sum(v.name == "moving_variance" for v in model.variables):
         normal = "BatchNormalization without renorm in a Functional or Sequential model"
-        raise SystemExit(f"--sync-batchnorm needs keras.layers.{normal}; this model has other")
+        raise SystemExit(f"--sync-batchnorm needs keras.layers.{normal}; here is other, or {why}")
     return clone if swapped else model, swapped
 
 
@@ -357,9 +368,11 @@ def setup_device(
     The device is "auto", "cpu", "cuda" for the GPU of the local rank, or one as "cuda:3". `group` is
     for `init_process_group`: a backend, which is else nccl on CUDA and gloo on the CPU, a store, ...
     """
-    # torchrun sets these two; without it there is one machine.
-    local_rank = int(os.environ.get("LOCAL_RANK", current_gpu_index))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus))
+    local_rank, local_world_size = current_gpu_index, num_gpus
+    if dist.is_torchelastic_launched():  # there may be other machines
+        local_rank, local_world_size = (
+            int(os.environ[f"LOCAL_{x}"]) for x in ("RANK", "WORLD_SIZE")
+        )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(f"cuda:{local_rank}" if device == "cuda" else device)
@@ -431,10 +444,12 @@ def per_device_launch_fn(
         inputs, _ = to_device(next(iter(dataloader)), device)
         with torch.no_grad():
             model(inputs, training=False)
-            replica, swapped = swap_layers(model, inputs, args.sync_batchnorm, args.compile)
+            replica, swapped = swap_layers(model, args.sync_batchnorm, args.compile)
         seen = {id(parameter) for parameter in replica.parameters()}
         if unseen := [v.path for v in replica.variables if id(v.value) not in seen]:
-            raise SystemExit(f"DDP can't see these weights; build them in build(): {unseen}")
+            raise SystemExit(
+                f"DDP can't see these weights; build them in build(), each name once: {unseen}"
+            )
         parameters = [variable.value for variable in replica.trainable_variables]
         if not parameters:
             raise SystemExit("the model has nothing to train: no weight is trainable")
@@ -449,11 +464,12 @@ def per_device_launch_fn(
         ddp_model = DistributedDataParallel(replica, device_ids, gradient_as_bucket_view=True)
         if args.precision == "bfloat16":
             ddp_model.forward = torch.autocast(device.type, torch.bfloat16)(ddp_model.forward)
-        if args.compile:  # in the first step alone: a smaller last batch would compile once more
+        if args.compile:
             ddp_model.compile(dynamic=False)
-            stance = partial(torch.compiler.set_stance, "eager_on_recompile")
-            optimizer.register_step_post_hook(lambda *_: stance() and None)
-        save = partial(report, args, (model, replica, swapped), optimizer)
+        warm_up(ddp_model, inputs)
+        if args.compile:  # a smaller last batch would compile once more: it runs eagerly
+            torch.compiler.set_stance("eager_on_recompile")
+        models = model, replica, swapped
         if first:
             batches = f"local batch {args.batch_size}, global batch {num_gpus * args.batch_size}"
             samples = f"{len(datasets[0]):,} training and {len(datasets[1]):,} test samples"
@@ -462,25 +478,43 @@ def per_device_launch_fn(
         if first and len(history) >= args.epochs:
             print(f"nothing to do: all {args.epochs} epochs are done already")
             if not (args.output_dir / FILES[0]).exists():
-                save(history)
+                save(args, *models, optimizer, history)
         job = ddp_model, dataloader, args.epochs, optimizer, loss_fn, test_dataloader
-        train_model(*job, history, save)
+        train_model(*job, history, partial(report, args, models, optimizer))
         if first and not args.output_dir:
             print("nothing was written: there is no --output-dir", flush=True)
-        del ddp_model, optimizer, job, save
+        del ddp_model, optimizer, job
     cleanup()
+
+
+def warm_up(model: DistributedDataParallel, inputs: Any) -> None:
+    """Takes a step that changes nothing, in which torch.compile compiles.
+
+    DDP orders its buckets anew after the first step, and from 3 replicas on sums in another order
+    then: without this a run that is resumed would have other bits.
+    """
+    state = [
+        (variable, variable.value.clone()) for variable in model.module.non_trainable_variables
+    ]
+    model(inputs, training=True).float().sum().backward()
+    model.zero_grad()
+    for variable, value in state:
+        variable.assign(value)
 
 
 # ---- What a run leaves: each file is written whole, then moved into place ----
 def report(args: Any, models: tuple, optimizer: torch.optim.Optimizer, history: list) -> None:
-    """Prints the last epoch, and writes the files; the checkpoint, which counts it, comes last."""
+    """Saves and prints the last epoch."""
+    if args.output_dir:
+        save(args, *models, optimizer, history)
     epoch, *means, seconds, speed = history[-1]
     text = ", ".join(f"{name} {mean:.4f}" for name, mean in zip(COLUMNS[1:], means))
     text = f"epoch {epoch}/{args.epochs} on {args.data}: {text}, {seconds:.1f} s"
     print(f"{text}, {speed:,.0f} samples/s", flush=True)
-    if not args.output_dir:
-        return
-    model, replica, swapped = models
+
+
+def save(args: Any, model: Any, replica: Any, swapped: dict, optimizer: Any, history: list) -> None:
+    """Writes the files; the checkpoint, which counts the epoch, comes last."""
     for old, new in swapped.items():
         old.set_weights(new.get_weights())
     checkpoint = {
@@ -590,6 +624,8 @@ def run_replica(current_gpu_index: int, folder: str, job: tuple, store: Any = No
     for number in signal.SIGINT, signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)  # end at once, without a traceback
     hold_interrupts(False)
+    if folder and not parent_process().is_alive():
+        os._exit(1)
     try:
         store = store or dist.FileStore(f"{folder}/store", job[0].nproc)
         per_device_launch_fn(current_gpu_index, job[0].nproc, *job, store)
@@ -609,6 +645,8 @@ def start_replicas(job: tuple) -> None:
     hint = "--resume goes on after the last whole epoch" if args.output_dir else "nothing was kept"
 
     def stop(number: int, _: Any) -> None:
+        for each in handlers:
+            signal.signal(each, signal.SIG_IGN)  # once is enough
         print(f"stopped by {signal.Signals(number).name}; {hint}", file=sys.stderr)
         raise SystemExit(128 + number)
 
@@ -663,8 +701,9 @@ def main(
             store.wait([checked], COLLECTIVE_TIMEOUT)
     args = parse_args(argv)
     datasets = get_dataset(args.data)
-    if not all(map(len, datasets)):
-        refuse("get_dataset returned a dataset without samples")
+    pair = isinstance(datasets, Sequence) and len(datasets) == 2
+    if not pair or not all(hasattr(each, "__len__") and len(each) for each in datasets):
+        refuse("get_dataset must return a training and a test set, map-style and with samples")
     args.data = getattr(datasets[0], "source", type(datasets[0]).__name__)
     if folder := args.output_dir:
         try:
