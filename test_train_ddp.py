@@ -1399,9 +1399,10 @@ class Blocks(keras.Model):
         return {}
 
 
-def test_half_precision_policies_are_evaluated_in_float32(tmp_path):
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float64"])
+def test_models_of_another_dtype_policy_are_evaluated_in_float32(tmp_path, policy):
     def get_model():
-        scale, policy = layers.Rescaling(50.0), "mixed_bfloat16"
+        scale = layers.Rescaling(50.0)
         return chain(scale, layers.Dense(10, dtype=policy), layers.BatchNormalization(dtype=policy))
 
     trained("--sync-batchnorm", tmp_path, get_model)
