@@ -496,7 +496,8 @@ def warm_up(model: DistributedDataParallel, inputs: Any) -> None:
     state = [
         (variable, variable.value.clone()) for variable in model.module.non_trainable_variables
     ]
-    model(inputs, training=True).float().sum().backward()
+    outputs = model(inputs, training=True)
+    (outputs.float().sum() + sum(model.module.losses)).backward()
     model.zero_grad()
     for variable, value in state:
         variable.assign(value)
