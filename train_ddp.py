@@ -201,10 +201,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return keras.tree.map_structure(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
+@torch.no_grad()
 def weighted_means(loss: torch.Tensor, outputs: Any, targets: Any) -> torch.Tensor:
     """Returns a batch's loss, accuracy and 1 times its samples, float64 (3,); waits for nothing."""
     accuracy = (outputs.argmax(-1) == targets).double().mean()
-    return torch.stack([loss.detach().double(), accuracy, torch.ones_like(accuracy)]) * len(targets)
+    return torch.stack([loss.double(), accuracy, torch.ones_like(accuracy)]) * len(targets)
 
 
 @torch.no_grad()
@@ -413,7 +414,8 @@ def prepare_dataloader(
     sampler = range(current_gpu_index, len(dataset), num_gpus)
     if training:
         sampler = DistributedSampler(dataset, num_gpus, current_gpu_index, seed=seed)
-    options = {"num_workers": num_workers, "pin_memory": torch.cuda.is_initialized()}
+    options = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    options["pin_memory"] = torch.cuda.is_initialized()
     return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, **options)
 
 
@@ -604,7 +606,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         refuse("--nproc is not for torchrun, which has --nproc-per-node")
     if args.device == "auto":
         args.device = "cuda" if gpus else "cpu"
-    here = args.nproc or (gpus if args.device == "cuda" else 2)
+    here = args.nproc or (max(1, gpus) if args.device == "cuda" else 2)
     here = int(os.environ["LOCAL_WORLD_SIZE"]) if launched else here
     if args.device == "cuda" and not 0 < here <= gpus:
         refuse(f"--device cuda: {here} processes need as many GPUs, there are {gpus}")
@@ -688,7 +690,7 @@ def main(
         argv: the command line; by default that of the process.
         get_model: returns a Keras model; called in each process.
         get_dataset: takes what `--data` says, or None, and returns a training and a test set:
-            map-style datasets of (inputs, target).
+            map-style datasets of (inputs, target), where the target is a class number, int64.
     """
     launched = dist.is_torchelastic_launched()
     if launched:
