@@ -181,10 +181,7 @@ def train_model(
 
 @torch.no_grad()
 def evaluate(model: keras.Model, dataloader: DataLoader, loss_fn: Callable) -> list[float]:
-    """Returns loss and accuracy over the samples of all replicas, each counted once.
-
-    Calls the Keras model in float32, as it is saved; DDP would want as many steps of each replica.
-    """
+    """Returns loss and accuracy over the samples of all replicas, each counted once, in float32."""
     device = next(model.parameters()).device
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in dataloader:
@@ -210,10 +207,8 @@ def weighted_means(loss: torch.Tensor, outputs: Any, targets: Any) -> torch.Tens
 
 @torch.no_grad()
 def average_state(model: keras.Model) -> None:
-    """Gives all replicas the mean of their moving statistics, which DDP syncs at the start only.
-
-    In float64: a float32 mean of three equal numbers may be another, and frozen weights must stay.
-    """
+    """Gives all replicas the mean of their moving statistics, which DDP syncs at the start only."""
+    # In float64: a float32 mean of three equal numbers may be another, and frozen weights must stay.
     for variable in model.non_trainable_variables:
         if variable.value.is_floating_point():
             mean = variable.value.double()
@@ -222,11 +217,9 @@ def average_state(model: keras.Model) -> None:
 
 
 def seed_noise(model: keras.Model, seed: int, epoch: int) -> None:
-    """Gives each replica noise of its own in each epoch, and the same in each run.
-
-    Plain Dropout draws from torch's generator, seeded layers from Keras': their states are variables
-    but no weights, and DDP makes them alike everywhere at the start.
-    """
+    """Gives each replica noise of its own in each epoch, and the same in each run."""
+    # Plain Dropout draws from torch's generator; layers with a seed from Keras', whose states are
+    # variables but no weights, and which DDP makes alike everywhere at the start.
     weights = {id(variable) for variable in model.weights}
     states = [variable for variable in model.variables if id(variable) not in weights]
     sequence = np.random.SeedSequence((seed, epoch, dist.get_rank()))
@@ -323,8 +316,7 @@ class GlobalBatchNorm(torch.autograd.Function):
 def swap_layers(model: keras.Model, synchronized: bool, compiled: bool) -> tuple:
     """Clones a model with the layers above in it, which shares all others; returns it and new by old.
 
-    Where that can't be done, as with a subclassed model, returns the model itself and nothing; then
-    raises SystemExit if it was to be `synchronized`.
+    A model that can't be cloned is returned as it is; SystemExit if it was to be `synchronized`.
     """
     conv, norm = keras.layers.Conv2D, keras.layers.BatchNormalization
     swapped, why = {}, "its own `call`, or a layer in two places"
@@ -408,8 +400,7 @@ def prepare_dataloader(
 ) -> DataLoader:
     """Returns a loader of this replica's local batches, of `batch_size` samples.
 
-    For training they are shuffled, and padded to as many on each replica. For evaluation they are
-    not: the padding would count samples twice (pytorch issue 25162).
+    For evaluation not padded: that would count samples twice (pytorch issue 25162).
     """
     sampler = range(current_gpu_index, len(dataset), num_gpus)
     if training:
@@ -449,9 +440,7 @@ def per_device_launch_fn(
             replica, swapped = swap_layers(model, args.sync_batchnorm, args.compile)
         seen = {id(parameter) for parameter in replica.parameters()}
         if unseen := [v.path for v in replica.variables if id(v.value) not in seen]:
-            raise SystemExit(
-                f"DDP can't see these weights; build them in build(), each name once: {unseen}"
-            )
+            raise SystemExit(f"DDP can't see {unseen}: build them in build(), each name once")
         parameters = [variable.value for variable in replica.trainable_variables]
         if not parameters:
             raise SystemExit("the model has nothing to train: no weight is trainable")
@@ -490,14 +479,10 @@ def per_device_launch_fn(
 
 
 def warm_up(model: DistributedDataParallel, inputs: Any) -> None:
-    """Takes a step that changes nothing, in which torch.compile compiles.
-
-    DDP orders its buckets anew after the first step, and from 3 replicas on sums in another order
-    then: without this a run that is resumed would have other bits.
-    """
-    state = [
-        (variable, variable.value.clone()) for variable in model.module.non_trainable_variables
-    ]
+    """Takes a step that changes nothing, in which torch.compile compiles."""
+    # DDP orders its buckets anew after the first, and 3 or more replicas sum in another order then:
+    # a resumed run would have other bits.
+    state = [(v, v.value.clone()) for v in model.module.non_trainable_variables]
     outputs = model(inputs, training=True)
     (outputs.float().sum() + sum(model.module.losses)).backward()
     model.zero_grad()
